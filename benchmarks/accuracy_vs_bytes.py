@@ -45,6 +45,7 @@ from federation import InMemory
 
 from fedpress_client.ledger import Ledger
 from fedpress_compression.errors import InvalidUpdate
+from fedpress_compression.running_statistics import has_statistics
 from fedpress_compression.values import flatness
 from fedpress_protocols.defaults import completed
 from fedpress_protocols.downlink import encode_difference
@@ -272,6 +273,7 @@ def played(
                 population=population,
                 least_population=least,
                 are_flat=mostly_flat(sum(newest), len(newest)),
+                has_statistics=has_statistics(model.spec),
             )
             course = next_course(config.policies, len(config.profiles), course, facts)
             if course.why:

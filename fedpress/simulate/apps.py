@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
@@ -107,7 +108,8 @@ class _Train:
 
     def __call__(self, message: Message, context: Context) -> Message:
         app, index = self.app, int(context.node_config["partition-id"])
-        model = _model_in(message)
+        trainer = app.trainer(index)
+        model = _model_in(message, trainer)
         number = int(message.content["config"]["server-round"])
         own = envelope.client_seed(app.seed, index)
         # As a Client with the seed `own` draws it.
@@ -115,9 +117,9 @@ class _Train:
         work = TrainingRequest(
             app.name, number, 1, app.terms, int(drawn[0]) >> 1, support=_support_in(message)
         )
-        trained = check_trained(app.trainer(index).train(model, work), model)
+        trained = check_trained(trainer.train(model, work), model)
         # No Model, which would refuse NaN: the mod does so in a device's words.
-        after = {**model.tensors(), **model.spec.unflatten(trained.parameters)}
+        after = {**travelling(model), **model.spec.unflatten(trained.parameters)}
         arrays = ArrayRecord({n: Array(np.asarray(a)) for n, a in after.items()})
         metrics = MetricRecord(
             {**trained.report, **trained.metrics, "num-examples": trained.num_examples}
@@ -131,16 +133,29 @@ class _Evaluate:
 
     def __call__(self, message: Message, context: Context) -> Message:
         trainer = self.app.trainer(int(context.node_config["partition-id"]))
-        evaluation = check_evaluation(trainer.evaluate(_model_in(message)))
+        evaluation = check_evaluation(trainer.evaluate(_model_in(message, trainer)))
         metrics = MetricRecord({"num-examples": 0})
         if evaluation is not None:
             metrics = MetricRecord({**evaluation.metrics, "num-examples": evaluation.num_examples})
         return Message(RecordDict({"metrics": metrics}), reply_to=message)
 
 
-def _model_in(message: Message) -> Model:
-    arrays = next(iter(message.content.array_records.values()))
-    return envelope.model_of({name: array.numpy() for name, array in arrays.items()})
+def travelling(model: Model) -> dict[str, npt.NDArray[Any]]:
+    """Its tensors but the frozen ones, which clients have, as devices do."""
+    tensors = model.tensors()
+    return {each.name: tensors[each.name] for each in model.spec.tensors if not each.frozen}
+
+
+def _model_in(message: Message, trainer: Trainer) -> Model:
+    """The model of the message, with the frozen tensors of the trainer's own."""
+    record = next(iter(message.content.array_records.values()))
+    arrays = {name: array.numpy() for name, array in record.items()}
+    spec = getattr(trainer, "spec", None)
+    if spec is None or not any(tensor.frozen for tensor in spec.tensors):
+        return envelope.model_of(arrays)
+    own: Model = trainer.initial_model()  # type: ignore[attr-defined]
+    buffers = {name: arrays.get(name, values) for name, values in own.buffers.items()}
+    return Model(own.spec, own.spec.flatten({**own.tensors(), **arrays}), buffers)
 
 
 def _support_in(message: Message) -> Indices | None:

@@ -71,6 +71,15 @@ class Row:
     def accuracy(self) -> float | None:
         return self.test.get("accuracy", self.evaluation.get("accuracy"))
 
+    @property
+    def measured(self) -> str | None:
+        """The accuracy in percent or, of a task without one, its first metric, the loss last."""
+        if self.accuracy is not None:
+            return f"accuracy {100 * self.accuracy:.1f} %"
+        metrics = self.test or self.evaluation
+        names = sorted(metrics, key=lambda name: name == "loss")
+        return f"{names[0]} {metrics[names[0]]:.4g}" if names else None
+
 
 def row_of(attempts: Sequence[RoundStatus], profiles: Sequence[str] = ()) -> Row:
     """The figures of a committed round from all attempts at it, oldest first; `profiles` are the

@@ -25,7 +25,7 @@ from threadpoolctl import threadpool_limits
 from fedpress.callbacks import Callback, Delivery, Result
 from fedpress.command_line import read
 from fedpress.simulate import flower_runtime as runtime
-from fedpress.simulate.apps import ROUNDS, FlowerApp, TrainerApp, parse_app, sources
+from fedpress.simulate.apps import ROUNDS, FlowerApp, TrainerApp, parse_app, sources, travelling
 from fedpress.simulate.engines import Engine, LocalEngine, ProcessEngine, Run
 from fedpress.simulate.grid import Chance, Exchange, SimulatedGrid
 from fedpress.simulate.history import History, draw
@@ -434,7 +434,7 @@ def _server_app(settings: Settings, app: TrainerApp, history: History) -> Server
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         model = app.initial_model()
-        arrays = ArrayRecord({name: Array(values) for name, values in model.tensors().items()})
+        arrays = ArrayRecord({name: Array(values) for name, values in travelling(model).items()})
 
         def measured(record: ArrayRecord) -> dict[str, float]:
             values = {name: array.numpy() for name, array in record.items()}

@@ -125,8 +125,8 @@ class Screen:
                 f"{history.name}: round {row.round:>3}",
                 f"{row.answered}/{row.asked} answered",
             ]
-            if row.accuracy is not None:
-                parts.append(f"accuracy {100 * row.accuracy:.1f} %")
+            if row.measured is not None:
+                parts.append(row.measured)
             parts.append(f"up {row.up_bytes / 1e3:,.1f} kB")
             parts.append(f"down {row.down_bytes / 1e3:,.1f} kB")
             if row.nmse is not None:
@@ -141,12 +141,19 @@ class Screen:
         self._told = (history.name, max(printed, whole))
 
 
+def _last_measured(history: History) -> str | None:
+    told = [row.measured for row in history.rows if row.measured is not None]
+    return told[-1] if told else None
+
+
 def print_summary(console: Console, histories: Sequence[History], out: Path) -> None:
     """A line for each run, and where the files are. "link, s" is what the transfers of all rounds
     would take on the link asked for."""
     table = Table(title="Simulation", title_justify="left")
     table.add_column("", no_wrap=True)
-    names = ["rounds", "accuracy", "up, kB", "bodies, kB", "down, kB", "failed", "lost", "s"]
+    has_others = any(history.summary()["accuracy"] is None for history in histories)
+    metric = "measured" if has_others else "accuracy"
+    names = ["rounds", metric, "up, kB", "bodies, kB", "down, kB", "failed", "lost", "s"]
     has_link = any(history.link is not None for history in histories)
     for name in [*names, *(["link, s"] if has_link else [])]:
         table.add_column(name, justify="right")
@@ -157,7 +164,7 @@ def print_summary(console: Console, histories: Sequence[History], out: Path) -> 
         table.add_row(
             history.name,
             str(figures["rounds"]),
-            "-" if accuracy is None else f"{100 * accuracy:.2f}%",
+            (_last_measured(history) or "-") if has_others else f"{100 * accuracy:.2f}%",
             f"{figures['up_bytes'] / 1e3:,.1f}",
             "-" if bodies is None else f"{bodies / 1e3:,.1f}",
             f"{figures['down_bytes'] / 1e3:,.1f}",

@@ -24,6 +24,8 @@ _ENOUGH_ONCE = 90.0
 """The same where clients upload seldom, so that much of what they keep back is never sent."""
 _HARDEST_OF_FLAT = 3
 """The most compressed rung for flat updates."""
+_HARDEST_OF_STATISTICS = 4
+"""The most compressed rung for models with running statistics."""
 MAX_RATIO = 30.0
 """Of a residual's norm to the new update's: 10 cuts residuals of devices that have learnt their
 data, and an update that diverged is a thousand times the usual one."""
@@ -210,13 +212,15 @@ def careful_momentum(cohort: int | None) -> float:
 
 
 def reserves(num_levels: int, uploads: int | None) -> dict[str, int]:
-    """`reserve` and `flat_reserve` of `Auto`: how many of the most compressed of `num_levels` send
-    too little in `uploads`, all of the task, unless clients upload often, and of flat updates."""
+    """`reserve`, `flat_reserve` and `statistics_reserve` of `Auto`: how many of the most compressed
+    of `num_levels` send too little in `uploads`, all of the task, unless clients upload often, of
+    flat updates, and of models with running statistics."""
     least = _ENOUGH_ONCE / uploads if uploads else 0.0
     enough = max((rung for rung, bits in enumerate(BITS) if bits > 0.97 * least), default=0)
     return {
         "reserve": max(0, num_levels - 1 - enough),
         "flat_reserve": max(0, num_levels - 1 - min(enough, _HARDEST_OF_FLAT)),
+        "statistics_reserve": max(0, num_levels - 1 - _HARDEST_OF_STATISTICS),
     }
 
 

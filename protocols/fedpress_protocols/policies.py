@@ -214,7 +214,7 @@ class Auto(Term):
     With `careful_momentum` the server's step has so much momentum at most while the loss has not
     begun to fall, while it is above the least so far, and for ten models after it jumped where the
     same clients come in every round. In cohorts below ten that holds where the same clients come
-    alone. While updates are flat it has .5 at most.
+    alone. While updates are flat, and of a model with running statistics, it has .5 at most.
     """
 
     id: Literal["auto"] = "auto"
@@ -235,6 +235,9 @@ class Auto(Term):
     flat_reserve: Annotated[int, Field(ge=0, le=100)] = 0
     """Of the most compressed profiles, those that no round has while updates are flat; two more
     wait for clients that upload often."""
+    statistics_reserve: Annotated[int, Field(ge=0, le=100)] = 0
+    """Of the most compressed profiles, those that no round has of a model with running statistics,
+    as of BatchNorm."""
     careful_momentum: Momentum | None = None
     """None: what the strategy is configured with, throughout."""
 

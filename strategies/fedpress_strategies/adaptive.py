@@ -10,9 +10,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from fedpress_compression.running_statistics import statistics
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.errors import ConfigurationError
-from fedpress_strategies.running_statistics import statistics
 from fedpress_strategies.strategy import ALONE, Delta, OptimizerState, Tally
 
 SecondMoment = Callable[[Delta, Delta, float], Delta]

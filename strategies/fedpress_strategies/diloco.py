@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from fedpress_compression.running_statistics import statistics
 from fedpress_compression.tensors import Vector
-from fedpress_strategies.running_statistics import statistics
 from fedpress_strategies.strategy import (
     ALONE,
     Delta,

@@ -5,17 +5,23 @@ what a device has that follows the coded steps, and whatever a step leaves out i
 of the two, from which the next step is taken: error feedback on the server's side (DoubleSqueeze,
 Tang et al. 2019, arXiv:1905.05957, Algorithm 1), with the parameters kept in place of the error.
 Tensors of float16 and bfloat16 are published in these; what the rounding leaves out is part of it.
+
+Running statistics are another matter: they are measured anew in each round, and have no remainder.
+They are published as soon as they are a 64th off, variances by their size and means by their
+deviation, since that may be far less than a step of the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fedpress_compression.tensors import TensorSpec, Vector
+from fedpress_compression.running_statistics import normalisations
+from fedpress_compression.tensors import ModelSpec, TensorSpec, Vector
 from fedpress_protocols.defaults import MIN_BYTES
 from fedpress_protocols.downlink import (
     encode_difference,
@@ -27,10 +33,14 @@ from fedpress_protocols.downlink import (
 from fedpress_protocols.errors import ConfigurationError
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model, rounded_to_stored
-from fedpress_strategies.running_statistics import without_falls_of_variances
 
 _DROPPED = 16
 """Low bits of a threshold that are zero: it has seven bits of fraction."""
+_STATISTIC_BITS = 20
+"""Of the grid of a layer's running statistics, which differ by orders of magnitude."""
+_OFF = 1 / 64
+"""The part of its scale by which a published statistic may be off."""
+_LEAST_SCALE = 2.0**-40
 _BITS_OF_A_MOVE = 40
 """An upper bound on the bits of the position and length of one coordinate."""
 
@@ -38,38 +48,83 @@ _BITS_OF_A_MOVE = 40
 def rounded(model: Model, terms: DownlinkTerms) -> Model:
     """The first model of a task: every tensor on the finest grid of `terms.bits` bits; a model
     that such a task has published stays as it is. Raises ConfigurationError."""
-    values = np.empty_like(model.parameters)
+    values, settled = np.empty_like(model.parameters), _settled(model.spec)
     for tensor, where in zip(model.spec.trained, model.spec.slices.values(), strict=True):
-        values[where] = on_grid(tensor, model.parameters[where], terms.bits)
+        bits = max(terms.bits, _STATISTIC_BITS) if tensor.name in settled else terms.bits
+        values[where] = on_grid(tensor, model.parameters[where], bits)
     return model.with_parameters(values)
 
 
 def stepped(base: Model, target: Vector, terms: DownlinkTerms) -> Model:
     """The model to publish after `base`: as near to `target` [size] as `terms.rate` allows, or
-    MIN_BYTES of a difference.
+    MIN_BYTES of a difference; running statistics come besides.
 
-    Only coordinates at least a threshold away from their target move, in all tensors by multiples
-    of one step, so that the remainder costs the same everywhere. The step is eleven eighths of the
-    threshold, rounded to eighths of a power of two: about the mean of the distances beyond it. The
-    threshold is the lowest, of 128 per octave, whose coded difference fits; the farthest
-    coordinates always move, but no variance by a step that takes it below a tenth. Computed from
-    integers and exact sums alone: the same bits on every machine.
+    Of the others only coordinates at least a threshold away from their target move, in all tensors
+    by multiples of one step, so that the remainder costs the same everywhere. The step is eleven
+    eighths of the threshold, rounded to eighths of a power of two: about the mean of the distances
+    beyond it. The threshold is the lowest, of 128 per octave, whose coded difference fits; the
+    farthest coordinates always move. Computed from integers and exact sums alone: the same bits on
+    every machine.
     """
     if not np.isfinite(target).all():
         raise ConfigurationError("the model holds NaN or infinity")
     budget = max(int(terms.rate * base.spec.size / 8), MIN_BYTES)
+    begun = _with_statistics(base, target)
     parts = _parts(base, target, terms)
     least, most = _thresholds(parts, 8 * budget)
-    best = _moved(base, parts, most)
+    if begun is not base:
+        budget += len(encode_difference(base, begun, terms.coder))
+    best = _moved(begun, parts, most)
     while least < most:  # invariant: `most` fits, anything below `least` does not
         middle = (least + most) // 2
-        candidate = _moved(base, parts, middle)
+        candidate = _moved(begun, parts, middle)
         if len(encode_difference(base, candidate, terms.coder)) <= budget:
             best, most = candidate, middle
         else:
             least = middle + 1
-    kept = without_falls_of_variances(base.spec, base.parameters, best.parameters)
-    return best if kept is best.parameters else best.with_parameters(kept)
+    return best
+
+
+def _settled(spec: ModelSpec) -> set[str]:
+    """The names of tensors that `_with_statistics` deals with."""
+    return {each.name for pair in normalisations(spec) for each in pair if each is not None}
+
+
+def _with_statistics(base: Model, target: Vector) -> Model:
+    """`base` with the running statistics that are to be published next; the very same where they
+    stay. No variance falls to less than a tenth."""
+    before, after = base.parameters, base.parameters.copy()
+    for variances, means in normalisations(base.spec):
+        where = base.spec.slices[variances.name]
+        due = np.maximum(target[where], before[where].astype(np.float64) / 10)
+        after[where] = _near(variances, before[where], due, due, np.ceil)
+        if means is not None:
+            there = base.spec.slices[means.name]
+            deviations = np.sqrt(after[where].astype(np.float64))
+            after[there] = _near(means, before[there], target[there], deviations, np.rint)
+    return base if np.array_equal(after, before) else base.with_parameters(after)
+
+
+def _near(
+    tensor: TensorSpec,
+    before: Vector,
+    due: npt.NDArray[np.floating[Any]],
+    scale: npt.NDArray[np.float64],
+    rounded: Callable[..., npt.NDArray[np.float64]],
+) -> Vector:
+    """The statistics of a tensor: those that are off `rounded` to powers of two of their `scale`,
+    and all on a grid."""
+    allowed = _OFF * np.maximum(scale, _LEAST_SCALE)
+    _, powers = np.frexp(allowed)
+    steps = np.ldexp(1.0, powers - 1)  # at most what is allowed
+    is_off = np.abs(due - before.astype(np.float64)) > allowed
+    values = np.where(is_off, rounded(due / steps) * steps, before)
+    largest = np.abs(values).max(initial=0.0)
+    exponent = finest(np.array([largest], np.float32), _STATISTIC_BITS)
+    if exponent is None:
+        return np.zeros_like(before)
+    whole = rounded(np.ldexp(values, exponent)).astype(np.int64)
+    return rounded_to_stored(tensor, valued(whole, exponent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +155,10 @@ class _Part:
 
 
 def _parts(base: Model, target: Vector, terms: DownlinkTerms) -> list[_Part]:
-    parts = []
+    parts, settled = [], _settled(base.spec)
     for tensor, where in zip(base.spec.trained, base.spec.slices.values(), strict=True):
+        if tensor.name in settled:
+            continue
         before, after = base.parameters[where], target[where]
         largest = np.maximum(np.abs(before), np.abs(after)).max(initial=np.float32(0))
         exponent = finest(np.array([largest], np.float32), terms.bits)
@@ -130,14 +187,14 @@ def _thresholds(parts: Sequence[_Part], num_bits: int) -> tuple[int, int]:
     return min(max(least, floor), most), most
 
 
-def _moved(base: Model, parts: Sequence[_Part], threshold: int) -> Model:
+def _moved(begun: Model, parts: Sequence[_Part], threshold: int) -> Model:
     bits = np.uint32(threshold << _DROPPED)
     fraction, power = np.frexp(bits.view(np.float32))
     eighths = round(11 * float(fraction))  # 6 to 11; the product is exact
-    parameters = np.zeros_like(base.parameters)
+    parameters = begun.parameters.copy()
     for part in parts:
         parameters[part.where] = part.moved(bits, eighths, 3 - int(power))
-    return base.with_parameters(parameters)
+    return begun.with_parameters(parameters)
 
 
 __all__ = ["rounded", "stepped"]

@@ -30,12 +30,12 @@ from fedpress_compression import plugins
 from fedpress_compression.coding.fields import Symbols, check_symbols
 from fedpress_compression.compressor import Compressor, Public
 from fedpress_compression.fixed_point import Accumulator, FixedPoint
+from fedpress_compression.running_statistics import statistics
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_compression.update import Update
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan, InvalidUpdate
 from fedpress_protocols.plan import ClientTerms, RoundPlan, TrainingTerms
 from fedpress_protocols.validation import format_validation_errors
-from fedpress_strategies.running_statistics import statistics
 
 Delta = npt.NDArray[np.float64]
 OptimizerState = Mapping[str, npt.NDArray[Any]]

@@ -24,6 +24,7 @@ from fedpress_client import Client
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
 from fedpress_compression.compressors.topk import TopK
+from fedpress_compression.tensors import ModelSpec, TensorSpec
 from fedpress_flower import envelope
 from fedpress_flower.client import compression_mod
 from fedpress_flower.envelope import client_seed
@@ -272,13 +273,17 @@ def test_a_strategy_of_flowers_probes_by_sketches_too(tmp_path: Path) -> None:
     assert probe.comparison.clients == 4
 
 
+def of_values(num: int, name: str = "weight") -> ModelSpec:
+    return ModelSpec((TensorSpec(name, (num,)),))
+
+
 def test_rates_say_how_many_cells_a_probe_s_sketches_have() -> None:
     for size, values, cells in ((4, 2010, 64), (4, 50_826, 2048), (3, 50_826, 0)):
         rates = Rates(Auto())
         rates.begin(30)
         found = list[int]()
         for number in range(1, 6):
-            found.append(rates.opened(number, values, size)[1])
+            found.append(rates.opened(number, of_values(values), size)[1])
             rates.closed(None, 1000)
         assert found == [0, 0, 0, cells, 0], size
 
@@ -341,7 +346,7 @@ def test_the_loss_that_clients_measure_takes_the_rate_back() -> None:
     rates.begin(60)
     names = []
     for number in range(1, 31):
-        names.append(rates.opened(number, 1000, 10, 10)[0].name)
+        names.append(rates.opened(number, of_values(1000), 10, 10)[0].name)
         rates.trained(number, MetricRecord({"train_loss": 1.0 if number < 18 else 3.0}))
         rates.evaluated(number, None)
         rates.closed(None, 1000)
@@ -354,26 +359,32 @@ def test_evaluations_count_before_what_training_says() -> None:
     rates.begin(60)
     names = []
     for number in range(1, 31):
-        names.append(rates.opened(number, 1000, 10, 10)[0].name)
+        names.append(rates.opened(number, of_values(1000), 10, 10)[0].name)
         rates.trained(number, MetricRecord({"train_loss": 1.0 if number < 18 else 3.0}))
         rates.evaluated(number, MetricRecord({"accuracy": 0.1, "eval_loss": 1 / number}))
         rates.closed(None, 1000)
     assert names[-1] == "0.1-bit"
 
 
+def test_a_model_with_running_statistics_has_more_bits() -> None:
+    rates = Rates(Auto())
+    rates.begin(300)
+    assert rates.opened(1, of_values(1000, "norm.running_var"), 20, 40)[0].name == "0.4-bit"
+
+
 def test_a_short_run_with_few_clients_sends_more_at_once() -> None:
     for auto, name in ((Auto(), "0.2-bit"), (Auto(gap=0.5), "0.1-bit")):
         rates = Rates(auto)
         rates.begin(30)
-        assert rates.opened(1, 1000, 4, 4)[0].name == name
+        assert rates.opened(1, of_values(1000), 4, 4)[0].name == name
 
 
 def test_a_budget_of_bytes_raises_the_compression() -> None:
     rates = Rates(Auto(upload_bytes=10_000))
     rates.begin(100)
-    assert rates.opened(1, 1000, 3)[0].name == "0.28-bit"
+    assert rates.opened(1, of_values(1000), 3)[0].name == "0.28-bit"
     rates.closed(None, 1000)
-    assert rates.opened(2, 1000, 3)[0].name == "0.2-bit"
+    assert rates.opened(2, of_values(1000), 3)[0].name == "0.2-bit"
     course = rates.closed(None, 1000)
     assert course is not None
     assert "upload_bytes" in course.why

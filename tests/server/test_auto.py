@@ -70,6 +70,7 @@ def courses(
     rounds: int = ROUNDS,
     population: float | None = None,
     flat: range = range(0),
+    has_statistics: bool = False,
 ) -> list[Course]:
     """The course of every round; the last of `progress` goes on, and so does `uploaded` bytes at
     the rung 0, two thirds of it at each harder one. Updates are flat in the rounds `flat`."""
@@ -84,6 +85,7 @@ def courses(
             size=size,
             population=population,
             are_flat=number in flat,
+            has_statistics=has_statistics,
         )
         course = next_course((auto,), LADDER, made[-1] if made else None, facts)
         if course.probe:
@@ -487,6 +489,28 @@ def test_the_server_s_step_has_the_momentum_that_auto_allows(
     np.testing.assert_allclose(steps, expected, rtol=1e-5)
 
 
+# Running statistics
+
+
+def test_models_with_running_statistics_have_more_bits_and_less_momentum() -> None:
+    auto = Auto(statistics_reserve=2, careful_momentum=0.3)
+    losses = [2.0, *[1.0] * 99]
+    made = courses(auto, progress=[0.8], losses=losses, population=100, has_statistics=True)
+    assert rungs(made) == [2] * 100
+    assert [each.momentum for each in made] == [0.3, 0.3, *[0.5] * 98]
+    begun = "begin 2 profiles above the most compressed: the model has BatchNorm"
+    assert reasons(made)[1].startswith(begun)
+    assert reasons(made)[3] == "momentum 0.5: the model has BatchNorm"
+
+
+def test_clients_that_upload_seldom_count_besides() -> None:
+    auto = Auto(statistics_reserve=2, reserve=3)
+    made = courses(auto, rounds=20, population=200, has_statistics=True)
+    assert rungs(made) == [1] * 20
+    assert "clients upload seldom" in reasons(made)[1]
+    assert rungs(courses(auto, population=10, has_statistics=True))[-1] == 2
+
+
 # Flat updates
 
 
@@ -582,7 +606,7 @@ def config(**changes: Any) -> TaskConfig:
 def test_a_task_that_names_no_profiles_has_auto_an_average_and_a_downlink() -> None:
     made = config()
     auto = automatic(made.policies)
-    assert auto == Auto(careful_momentum=0.5, flat_reserve=5)
+    assert auto == Auto(careful_momentum=0.5, flat_reserve=5, statistics_reserve=4)
     assert made.profiles[-1 - auto.flat_reserve].name == "0.57-bit"
     assert [each.name for each in made.profiles] == [f"{bits:g}-bit" for bits in BITS[: USUAL + 1]]
     assert made.downlink is not None

@@ -11,12 +11,19 @@ from federation import Federation
 
 from fedpress_client import Trained
 from fedpress_compression.compressor import from_config
+from fedpress_compression.running_statistics import (
+    has_statistics,
+    normalisations,
+    statistics,
+    with_statistics,
+    with_variances,
+)
 from fedpress_compression.tensors import Vector
 from fedpress_protocols.defaults import completed
+from fedpress_protocols.downlink import encode_difference
 from fedpress_protocols.messages import DownlinkTerms
 from fedpress_protocols.model import Model
-from fedpress_strategies.downlink import stepped
-from fedpress_strategies.running_statistics import statistics, with_variances
+from fedpress_strategies.downlink import rounded, stepped
 
 SHOWN = ("weight", "bn.running_mean", "bn.running_var")
 MODEL = Model.from_tensors(
@@ -118,11 +125,51 @@ def test_a_block_knows_its_statistics() -> None:
     assert list(statistics(None, 0, 105)) == []
 
 
-def test_a_downlink_takes_no_variance_below_zero() -> None:
+def test_a_downlink_takes_no_variance_below_a_tenth_and_waits_for_no_room() -> None:
     base = MODEL.with_parameters(MODEL.parameters * np.float32(0.125))
     target: Vector = base.parameters + np.float32(0.25)
-    target[SPEC.slices["bn.running_var"]] = 0.0125
+    target[SPEC.slices["bn.running_var"]] = 0.001
     parameters = stepped(base, target, DownlinkTerms(rate=0.01)).parameters
-    variances = SPEC.slices["bn.running_var"]
-    assert (parameters[variances] == 0.125).all(), "a step takes them below zero"
-    assert (parameters != base.parameters).any()
+    variances = parameters[SPEC.slices["bn.running_var"]]
+    assert variances == pytest.approx(0.0125, rel=1 / 32)
+    assert (variances >= 0.0125).all()
+    means = parameters[SPEC.slices["bn.running_mean"]]
+    assert means == pytest.approx(0.25, abs=0.112 / 64)  # of the published deviation
+
+
+@pytest.mark.parametrize("variance", [0.02, 1e-5, 40.0])
+def test_published_statistics_come_to_what_devices_measure_and_stay_there(variance: float) -> None:
+    """However the weights beside them move, and whatever the server keeps besides."""
+    terms, rng = DownlinkTerms(), np.random.default_rng(1)
+    base = rounded(MODEL, terms)
+    kept, sizes = base.parameters, list[int]()
+    goal: dict[str, Any] = {"bn.running_mean": 0.3, "bn.running_var": variance}
+    for number in range(12):
+        update = rng.normal(scale=0.1, size=SPEC.size).astype(np.float32)
+        for name, value in goal.items():
+            update[SPEC.slices[name]] = np.float32(value) - base.parameters[SPEC.slices[name]]
+        before = with_statistics(SPEC, kept, base.parameters)
+        kept = with_variances(SPEC, before, before + update)
+        after = stepped(base, kept, terms)
+        sizes.append(len(encode_difference(base, after, terms.coder)))
+        assert Model.from_bytes(after.to_bytes()).digest == after.digest
+        base = after
+        if number > 5:
+            for name, value in goal.items():
+                off = value / 64 if name == "bn.running_var" else max(variance, 1e-5) ** 0.5 / 64
+                assert base.tensors()[name] == pytest.approx(value, abs=1.01 * off)
+    assert sizes[-1] <= sizes[0]
+
+
+def test_layers_are_known_by_their_names_in_torch_and_keras() -> None:
+    names = ("a/moving_mean", "a/moving_variance", "b.running_var", "c.running_mean", "weight")
+    tensors = {name: np.zeros(3, np.float32) for name in names}
+    tensors["b.running_mean"] = np.zeros(4, np.float32)  # of another layer, as it seems
+    spec = Model.from_tensors(tensors).spec
+    found = [(each.name, mean and mean.name) for each, mean in normalisations(spec)]
+    assert found == [("a/moving_variance", "a/moving_mean"), ("b.running_var", None)]
+    assert has_statistics(spec)
+    assert not has_statistics(Model.from_tensors({"weight": np.zeros(3, np.float32)}).spec)
+    zeros, ones = np.zeros(spec.size, np.float32), np.ones(spec.size, np.float32)
+    taken = spec.unflatten(with_statistics(spec, zeros, ones))
+    assert {name for name, values in taken.items() if values.any()} == set(tensors) - {"weight"}

@@ -10,6 +10,7 @@ from flwr.app import ArrayRecord
 
 from fedpress_compression.decode_add import decode_add
 from fedpress_compression.fixed_point import FixedPoint
+from fedpress_compression.running_statistics import with_statistics, with_variances
 from fedpress_compression.tensors import Vector
 from fedpress_compression.update import Update
 from fedpress_flower.server.arrays import moved
@@ -22,7 +23,6 @@ from fedpress_protocols.messages import AVERAGE
 from fedpress_protocols.plan import MaskingTerms
 from fedpress_protocols.upload import WITHIN_CLIP, Upload
 from fedpress_strategies.private import check_private_strategy, has_own_noise
-from fedpress_strategies.running_statistics import with_variances
 from fedpress_strategies.staleness import DiscountedMean
 from fedpress_strategies.strategy import (
     AggregationSpace,
@@ -101,7 +101,9 @@ class StatefulStrategy:
     def applied(self, here: Round, delta: Delta, tally: Tally) -> ArrayRecord:
         """The next model, by the round's update [size]."""
         spec = here.model.spec
-        before = here.model.parameters if self.master is None else self.master
+        before = here.model.parameters
+        if self.master is not None:
+            before = with_statistics(spec, self.master, before)
         optimizer = self.strategy.optimizer
         state = optimizer.init(before) if self.state is None else self.state
         tally = replace(tally, spec=spec, momentum=self.momentum)

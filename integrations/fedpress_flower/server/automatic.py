@@ -13,6 +13,8 @@ from typing import Any
 
 from flwr.app import MetricRecord
 
+from fedpress_compression.running_statistics import has_statistics
+from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.defaults import careful_momentum, rate_levels, reserves, strategy_for
 from fedpress_protocols.plan import Profile
 from fedpress_protocols.policies import Auto, Comparison, Course
@@ -61,9 +63,9 @@ class Rates:
         self._trained: dict[int, float] = {}
 
     def opened(
-        self, number: int, values: int, size: int, population: int | None = None
+        self, number: int, spec: ModelSpec, size: int, population: int | None = None
     ) -> tuple[Profile, int]:
-        """Decide on round `number` of `size` clients out of `population`, over so many `values`:
+        """Decide on round `number` of `size` clients out of `population`, over models of `spec`:
         the profile, and in a probe the cells of a sketch, else 0."""
         if not self._levels:
             is_free = self.auto.model_fields_set.isdisjoint({"gap", "upload_bytes"})
@@ -80,6 +82,7 @@ class Rates:
             size=size,
             population=population,
             are_flat=mostly_flat(sum(num for num, _ in flat), sum(of for _, of in flat)),
+            has_statistics=has_statistics(spec),
         )
         own: dict[str, Any] = {**self._reserves}
         if self._is_of_default:
@@ -87,7 +90,7 @@ class Rates:
         policies = (self.auto.model_copy(update=own),)
         self._open = next_course(policies, len(self._levels), self._course, facts)
         (chosen,) = profiles_of(self._levels, self._open)
-        return chosen, sketch_of(policies, self._open, values)
+        return chosen, sketch_of(policies, self._open, spec.size)
 
     @property
     def momentum(self) -> float | None:

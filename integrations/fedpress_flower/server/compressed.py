@@ -197,8 +197,8 @@ class FedpressStrategy(Wrapping):
     ) -> tuple[Profile, int]:
         """The round's, and in a probe the cells of a sketch."""
         if self._rates is not None:
-            values = model_of(arrays).spec.size
-            return self._rates.opened(server_round, values, size, len(list(grid.get_node_ids())))
+            spec, population = model_of(arrays).spec, len(list(grid.get_node_ids()))
+            return self._rates.opened(server_round, spec, size, population)
         assert self.plan.compressor is not None  # noqa: S101 - else there are rates
         return Profile(name=PROFILE, compressor=self.plan.compressor), 0
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from fedpress_compression import activity
+from fedpress_compression.running_statistics import with_statistics, with_variances
 from fedpress_compression.tensors import ModelSpec, Vector
 from fedpress_protocols.errors import IncompatiblePlan
 from fedpress_protocols.messages import DownlinkTerms, MaskedSum
@@ -35,7 +36,6 @@ from fedpress_server.storage.files import (
 from fedpress_server.storage.payloads import Payloads, put_by_digest
 from fedpress_strategies import Strategy
 from fedpress_strategies.downlink import rounded, stepped
-from fedpress_strategies.running_statistics import with_variances
 from fedpress_strategies.strategy import (
     CONTROL,
     AggregationSpace,
@@ -101,7 +101,9 @@ def aggregate(
     base = Model.from_buffer(payloads.mapped(model_name(plan.model), memory), space.zeros)
     earlier = _load_state(job.optimizer_state, payloads, memory)
     shared = job.terms.shared
-    before = spec.part(base.parameters, shared) if earlier.master is None else earlier.master
+    before = spec.part(base.parameters, shared)
+    if earlier.master is not None:
+        before = with_statistics(shared, earlier.master, before)
     bases: dict[str, str] = {}
     if summed is None:
         summed = sum_uploads(job, payloads, space, bases)

@@ -62,12 +62,14 @@ def course_of(
     number: int,
     attempt: int,
     comparison: Comparison | None = None,
+    *,
+    has_statistics: bool = False,
 ) -> Course | None:
     """Return the policies' decision for attempt `attempt` at round `number`; None without policies.
 
     `comparison` is of the round before, if that was a probe and ends in this very transaction. An
     attempt made again has the course of the first, but is no probe: devices of an earlier release
-    decline one. A continued task begins anew.
+    decline one. A continued task begins anew. `has_statistics` is of the model, see Facts.
     """
     if not config.policies:
         return None
@@ -80,7 +82,7 @@ def course_of(
         before = _course_in(connection, config.task, number - 1)
         if before is not None and comparison is not None:
             before = with_comparison(before, comparison)
-    facts = _facts(connection, config, board, number)
+    facts = replace(_facts(connection, config, board, number), has_statistics=has_statistics)
     return next_course(config.policies, len(config.profiles), before, facts)
 
 
@@ -96,10 +98,14 @@ def _course_in(connection: Connection, task: str, number: int) -> Course | None:
 
 
 def _facts(connection: Connection, config: TaskConfig, board: Scoreboard, number: int) -> Facts:
-    """Losses whatever the task's own metric is, of models that enough devices have measured."""
-    least = config.evaluation.least_clients
+    """Losses, of models that enough devices have measured, whatever the task's own metric is; that
+    one, if it is to be low and devices measure no loss."""
+    least, metric = config.evaluation.least_clients, config.evaluation.metric
     losses: list[float | None] = [None] * number
-    for score in board.scores(connection, "loss", least):
+    scores = board.scores(connection, "loss", least)
+    if not scores and config.evaluation.goal == "lowest":
+        scores = board.scores(connection, metric, least)
+    for score in scores:
         if 0 <= score.round < number:
             losses[score.round] = score.value
     classes = {}

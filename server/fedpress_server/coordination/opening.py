@@ -11,6 +11,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 from sqlalchemy.engine import Connection
 
+from fedpress_compression.running_statistics import has_statistics
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.errors import ConfigurationError, IncompatiblePlan
 from fedpress_protocols.messages import TaskConfig
@@ -154,7 +155,8 @@ def chosen_profiles(config: TaskConfig, carryover: RoundCarryover, number: int) 
         return Chosen(config.profiles)
     course = carryover.course
     if course is None:
-        facts = Facts(number, config.rounds, size=config.cohort.size)
+        has = has_statistics(carryover.spec)
+        facts = Facts(number, config.rounds, size=config.cohort.size, has_statistics=has)
         course = next_course(config.policies, len(config.profiles), None, facts)
     return Chosen(profiles_of(config.profiles, course), course=course)
 
@@ -184,7 +186,15 @@ def history_before(
         return History(uploaded)
     comparison = event.comparison if isinstance(event, Aggregated) else None
     probed = None if comparison is None else Comparison.model_validate(dict(comparison))
-    course = course_of(connection, config, board, opens.number, opens.attempt, probed)
+    course = course_of(
+        connection,
+        config,
+        board,
+        opens.number,
+        opens.attempt,
+        probed,
+        has_statistics=has_statistics(spec),
+    )
     return History(uploaded, course)
 
 

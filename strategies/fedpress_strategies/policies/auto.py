@@ -65,8 +65,8 @@ forget nine tenths of an update."""
 _TWICE = 2
 """Rungs by which flat updates of clients that upload seldom are gentler still, for twice the bits:
 what waits is mostly never sent."""
-_FLAT_MOMENTUM = 0.5
-"""The most momentum where updates are flat."""
+_LESS_MOMENTUM = 0.5
+"""The most momentum where updates are flat, and of models with running statistics."""
 _ROUNDS_THAT_TELL = 2
 """Rounds after which a server can know that the same clients come again. A simulation knows before
 and does not act on it sooner, so that it makes the same models."""
@@ -84,7 +84,9 @@ def first_pace(auto: Auto, facts: Facts, hardest: Rung) -> tuple[Pace, str]:
     elif first < hardest:
         some = "1 profile" if hardest - first == 1 else f"{hardest - first} profiles"
         above = f"begin {some} above the most compressed"
-        why = f"{above}: as far as is known, clients upload seldom"
+        is_of_model = facts.has_statistics and hardest - first == auto.statistics_reserve
+        seldom = "as far as is known, clients upload seldom"
+        why = f"{above}: {'the model has BatchNorm' if is_of_model else seldom}"
     else:
         why = "begin at the most compressed profile"
     return Pace(rung=first, probe_at=auto.window), why
@@ -145,12 +147,14 @@ def next_momentum(auto: Auto, facts: Facts) -> tuple[float | None, str]:
     clients train for long in every round, their mean update is most of the way already, and several
     times that overshoots: there the loss goes up and down by a lot. Few clients that change are
     another matter: momentum evens out what they differ by. Flat updates, such as Adam's, get no
-    shorter near the optimum, and overshoot it."""
+    shorter near the optimum, and overshoot it. Running statistics come with the model that devices
+    have measured, and momentum takes the weights away from it."""
     if auto.careful_momentum is None:
         return None, ""
     goes: tuple[float | None, str] = (None, "more momentum: no loss speaks against it")
-    if facts.are_flat:
-        goes = _FLAT_MOMENTUM, f"momentum {_FLAT_MOMENTUM}: updates are flat"
+    if facts.are_flat or facts.has_statistics:
+        cause = "updates are flat" if facts.are_flat else "the model has BatchNorm"
+        goes = _LESS_MOMENTUM, f"momentum {_LESS_MOMENTUM}: {cause}"
     careful = min(auto.careful_momentum, 1.0 if goes[0] is None else goes[0])
     are_the_same = facts.population is not None and facts.population <= _SAME * facts.size
     come_again = are_the_same and facts.number > _ROUNDS_THAT_TELL
@@ -271,14 +275,19 @@ def _most_uploads(facts: Facts) -> float:
 
 
 def _hardest(auto: Auto, facts: Facts, hardest: Rung) -> Rung:
-    """The most compressed profile for clients that upload as often as these, and updates as flat.
+    """The most compressed profile for clients that upload as often as these, updates as flat, and
+    a model with running statistics or none.
 
     A flat update is sent a few rows at a time, so that all of its values wait as long; of others
-    the large values, which training follows most closely, hardly do."""
+    the large values, which training follows most closely, hardly do. The loss of weights before a
+    BatchNorm layer does not depend on their length (Arora et al. 2019, arXiv:1812.03981, Section
+    2): the error of compression makes them longer, and every step after that shorter."""
     is_seldom = _uploads_of_a_client(facts) < _SELDOM
     kept = auto.reserve if is_seldom else 0
     if facts.are_flat and auto.flat_reserve:
         kept = max(kept, auto.flat_reserve + (_TWICE if is_seldom else 0))
+    if facts.has_statistics:
+        kept = max(kept, auto.statistics_reserve)
     return max(0, hardest - kept)
 
 

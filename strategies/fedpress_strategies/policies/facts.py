@@ -29,7 +29,8 @@ class Facts:
     each round that the policies have had, where one of them has a budget of bytes; `size`: that of
     the cohort; `population`: the clients that cohorts are drawn from, None where nobody counted;
     `least_population`: the fewest that they may be, None where `population` is exact. `are_flat`:
-    whether most of the newest rounds' updates were, as far as their devices said.
+    whether most of the newest rounds' updates were, as far as their devices said;
+    `has_statistics`: whether the model has running statistics, as of BatchNorm.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Facts:
     population: float | None = None
     least_population: float | None = None
     are_flat: bool = False
+    has_statistics: bool = False
 
 
 def mostly_flat(num_flat: int, num_updates: int) -> bool:
