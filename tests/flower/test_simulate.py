@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 pytest.importorskip("flwr")
@@ -24,8 +25,9 @@ from fedpress.compressor_option import compressor_from_option
 from fedpress.simulate.history import History, draw
 from fedpress.simulate.partition import Partition
 from fedpress.simulate.run import TASK, Settings, run, simulate, sweep
+from fedpress.simulate.screen import print_summary
 from fedpress.simulate.tasks import Task
-from fedpress_client import Client
+from fedpress_client import Client, Evaluation, Trained, TrainingRequest
 from fedpress_client.state import StateDirectory
 from fedpress_client.transport import HttpTransport
 from fedpress_compression.compressor import to_config
@@ -424,6 +426,46 @@ def digit_trainer(index: int, clients: int) -> Any:
     trainer = Task(clients=clients).trainer(index)
     trainer.initial_model = Task(clients=clients).initial_model  # type: ignore[attr-defined]
     return trainer
+
+
+class OnBackbone:
+    """Moves its head, and measures an error, on 10,000 values that stay as they are."""
+
+    backbone = np.linspace(0, 1, 10_000, dtype=np.float32)
+    first = Model.from_tensors(
+        {"backbone": backbone, "head": np.zeros(10, np.float32)}, frozen={"backbone"}
+    )
+    spec = first.spec
+
+    def initial_model(self) -> Model:
+        return self.first
+
+    def train(self, model: Model, work: TrainingRequest) -> Trained:
+        assert model.spec == self.spec
+        np.testing.assert_array_equal(model.tensors()["backbone"], self.backbone)
+        return Trained(model.parameters + np.float32(0.5), 1)
+
+    def evaluate(self, model: Model) -> Evaluation:
+        return Evaluation(1, {"loss": 1.0, "mse": float(model.tensors()["head"].mean())})
+
+
+def on_backbone(index: int, clients: int) -> OnBackbone:
+    return OnBackbone()
+
+
+def test_frozen_tensors_do_not_travel_and_other_metrics_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = "tests.flower.test_simulate:on_backbone"
+    changes = {"engine": "local", "rounds": 2, "app": app, "compressor": "none"}
+    history = simulate(Settings(**{**QUICK, **changes}), tmp_path)
+    row = history.rows[-1]
+    assert row.evaluation["mse"] == pytest.approx(1.0)
+    assert row.upload_bytes is not None
+    assert row.upload_bytes < 200 * row.answered
+    assert row.measured == "mse 1"
+    print_summary(Console(width=200), [history], tmp_path)
+    assert "mse 1" in capsys.readouterr().out
 
 
 def unmeasured_trainer(index: int, clients: int) -> Any:

@@ -503,6 +503,20 @@ def test_models_with_running_statistics_have_more_bits_and_less_momentum() -> No
     assert reasons(made)[3] == "momentum 0.5: the model has BatchNorm"
 
 
+def test_a_server_knows_that_a_model_has_running_statistics(
+    http: Server, operator: Operator, enrolled: Enrolled
+) -> None:
+    statistics = {"bn.running_mean": np.zeros(8), "bn.running_var": np.ones(8)}
+    tensors = {"weight": np.zeros(400), **statistics}
+    made = Model.from_tensors({name: each.astype(np.float32) for name, each in tensors.items()})
+    cohort = {"size": 20, "minimum": 1}
+    operator.begin(made, rounds=600, cohort=cohort, profiles=None, strategy=None, downlink=None)
+    device = enrolled()
+    assert device.assignment("digits").profile == "0.4-bit"
+    (first,) = operator.get("/v1/tasks/digits/rounds")
+    assert first["course"]["hardest"] == BITS.index(0.4) == first["course"]["gentlest"]
+
+
 def test_clients_that_upload_seldom_count_besides() -> None:
     auto = Auto(statistics_reserve=2, reserve=3)
     made = courses(auto, rounds=20, population=200, has_statistics=True)

@@ -51,8 +51,8 @@ def send(device: Device, assignment: Assignment, value: float = 1.0) -> None:
     device.upload(assignment.assignment, device.body_for(assignment, update))
 
 
-def report(device: Device, model: str, loss: float) -> None:
-    body = {"model": model, "num_examples": 9, "metrics": {"loss": loss}}
+def report(device: Device, model: str, value: float, metric: str = "loss") -> None:
+    body = {"model": model, "num_examples": 9, "metrics": {metric: value}}
     device.json("POST", "/v1/tasks/digits/evaluations", json.dumps(body))
 
 
@@ -232,15 +232,24 @@ def test_a_profile_is_kept_by_an_assignment_that_outlives_its_round(
 # AccuracyDriven
 
 
+@pytest.mark.parametrize("metric", ["loss", "mse"])
 def test_the_rate_follows_the_losses_that_devices_report_across_a_restart(
-    start: Start, clock: Clock, model: Model
+    start: Start, clock: Clock, model: Model, metric: str
 ) -> None:
+    """Or the task's own metric, where that is to be low and there is no loss."""
     policies = [{"id": "accuracy_driven", "window": 3, "settle": 0}]
     losses = [2.0 / (number + 1) for number in range(13)]
     rungs = []
     with start() as http:
         operator = Operator(http)
-        operator.begin(model, profiles=LADDER, policies=policies, cohort=ALONE, rounds=30)
+        operator.begin(
+            model,
+            profiles=LADDER,
+            policies=policies,
+            cohort=ALONE,
+            rounds=30,
+            evaluation={"metric": metric, "goal": "lowest"},
+        )
         device = Device(http, clock)
         device.enrol(operator.token())
 
@@ -249,7 +258,8 @@ def test_the_rate_follows_the_losses_that_devices_report_across_a_restart(
             assignment = given(device)
             number = assignment.plan.round
             rungs.append(assignment.profile)
-            report(device, assignment.plan.model, losses[number] if number < 13 else 9.0)
+            value = losses[number] if number < 13 else 9.0
+            report(device, assignment.plan.model, value, metric)
             send(device, assignment)
             committed(device, assignment)
 
