@@ -68,6 +68,35 @@ def test_rounds_carry_frozen_tensors(
     assert after.buffers["steps"] == 3
 
 
+@pytest.mark.parametrize("downlink", [None, {}])
+def test_the_default_s_models_have_the_running_statistics_that_devices_measure(
+    start: Start, clock: Clock, downlink: dict[str, Any] | None
+) -> None:
+    """The newest one and the average, while weights go on moving."""
+    goal: dict[str, float] = {"bn.running_mean": 0.4, "bn.running_var": 0.02}
+    begun = {"weight": np.zeros(300), "bn.running_mean": np.zeros(9), "bn.running_var": np.ones(9)}
+    first = Model.from_tensors({name: each.astype(np.float32) for name, each in begun.items()})
+    strategy = {"id": "ema", "decay": 0.5, "inner": {"id": "fedavgm", "momentum": 0.8}}
+    rng = np.random.default_rng(0)
+    with start() as http:
+        Operator(http).begin(first, strategy=strategy, cohort=ALONE, rounds=20, downlink=downlink)
+        device = Device(http, clock)
+        device.enrol(Operator(http).token())
+        for _ in range(12):
+            assignment = device.assignment("digits")
+            now = device.model(assignment.plan.model, "digits").tensors()
+            change = {"weight": rng.normal(scale=0.05, size=300).astype(np.float32)}
+            change |= {name: np.float32(value) - now[name] for name, value in goal.items()}
+            body = device.body_for(assignment, first.spec.flatten(change))
+            device.upload(assignment.assignment, body)
+            receipt_of(device, http)
+        task = summary(http)
+        for digest in (task.model, task.published["average"]):
+            made = device.model(digest, "digits").tensors()
+            assert made["bn.running_var"] == pytest.approx(0.02, rel=1 / 16)
+            assert made["bn.running_mean"] == pytest.approx(0.4, abs=0.01)
+
+
 def test_products_of_factors_are_averaged_and_their_error_is_a_metric(
     http: Server, operator: Operator, enrolled: Enrolled, caplog: pytest.LogCaptureFixture
 ) -> None:
