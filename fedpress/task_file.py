@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from fedpress.command_line import needs, read
 from fedpress_compression.bias import MOST_NEVER_SENT, never_sent
 from fedpress_compression.compressor import properties
+from fedpress_compression.running_statistics import has_statistics
 from fedpress_compression.tensors import ModelSpec
 from fedpress_protocols.defaults import BITS, rate_levels
 from fedpress_protocols.errors import ConfigurationError
@@ -162,6 +163,8 @@ def summary(path: Path, checked: Checked) -> Iterator[str]:
         yield f"  an upload takes {checked.max_upload:,} bytes at most"
     if checked.spec is not None:
         yield from _untrained(checked.spec)
+        if config.lane == "masked" and has_statistics(checked.spec):
+            yield from _masked_statistics(config)
 
 
 def _strategies(config: Mapping[str, Any]) -> Iterator[str]:
@@ -222,6 +225,15 @@ def _untrained(spec: ModelSpec) -> Iterator[str]:
         yield (
             f"  warning: tensor {names[0]!r}{more} of float64 will not be trained; convert to "
             "float32 if it should be"
+        )
+
+
+def _masked_statistics(config: TaskConfig) -> Iterator[str]:
+    if "fedper" not in _strategies(config.strategy):
+        yield (
+            "  warning: the model has BatchNorm, whose running statistics are sent in few levels "
+            "under masks: use GroupNorm or LayerNorm, or keep them on the devices (`personal` of "
+            "fedper)"
         )
 
 

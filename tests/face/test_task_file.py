@@ -131,6 +131,23 @@ def test_where_only_what_is_sent_is_trained_there_is_nothing_to_warn_of(tmp_path
     assert "never sends" not in done.output
 
 
+@pytest.mark.parametrize("lane", ["clear", "masked"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_batch_norm_under_masks_is_warned_of(tmp_path: Path, lane: str, keeps: bool) -> None:
+    statistics = {"bn.running_mean": np.zeros(4), "bn.running_var": np.ones(4)}
+    values = {"weight": np.zeros((40, 30)), **statistics}
+    tensors = {name: each.astype(np.float32) for name, each in values.items()}
+    model = tmp_path / "bn.safetensors"
+    model.write_bytes(Model.from_tensors(tensors).to_bytes())
+    fields: dict[str, Any] = {"task": "t", "rounds": 9, "training": {"local_epochs": 1}}
+    fields |= {"lane": lane, "cohort": {"size": 8, "minimum": 6}}
+    if keeps:
+        fields["strategy"] = {"id": "fedper", "personal": ["bn.*"], "inner": {"id": "fedavg"}}
+    done = check(written(tmp_path, json.dumps(fields), "task.json"), "--model", str(model))
+    assert done.exit_code == 0, done.output
+    assert ("use GroupNorm or LayerNorm" in done.output) == (lane == "masked" and not keeps)
+
+
 def one_line(compressor: str) -> str:
     """The task with `compressor` instead of its own."""
     whole = YAML.replace(f"compressor:\n      {WRAPPED}", f"compressor: {compressor}")
