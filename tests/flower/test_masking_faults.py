@@ -197,11 +197,10 @@ def test_wrong_shares_at_the_end_are_found_and_passed_over(tmp_path: Path) -> No
         node = message.metadata.dst_node_id
         reveal = parse(bytes(reply.content[envelope.RECORD][envelope.SAID]))
         assert isinstance(reveal, Reveal)
-        if reveal.sender:  # the shares of slot 0 are the first to be tried
+        if reveal.sender:
             return reply
-        liars.append(node)
-        shares = bytes([reveal.shares[0] ^ 1]) + reveal.shares[1:]
-        other = replace(reveal, shares=shares)
+        liars.append(node)  # of more owners than can be corrupt
+        other = replace(reveal, shares=bytes(byte ^ 1 for byte in reveal.shares))
         return saying(reply, other.signed(fleet.key(node), session_id(fleet, node)).to_bytes())
 
     fleet = MaskedFleet(tmp_path, 9, training, rules=TRUSTING)
