@@ -13,7 +13,7 @@ them (Ioffe and Szegedy 2015, arXiv:1502.03167, Algorithm 2, has what they are).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -40,24 +40,14 @@ def statistics(spec: ModelSpec | None, start: int, size: int) -> Iterator[slice]
 
 def with_statistics(spec: ModelSpec, values: Vector, source: Vector) -> Vector:
     """`values` [size] with the running statistics of `source`."""
-    places = list(_places(spec, _STATISTICS))
-    if not places:
-        return values
-    values = values.copy()
-    for where in places:
-        values[where] = source[where]
-    return values
+    return _with(values, [(where, source[where]) for where in _places(spec, _STATISTICS)])
 
 
 def with_variances(spec: ModelSpec, before: Vector, after: Vector) -> Vector:
     """`after` [size] with no variance of less than a tenth of what it was `before`."""
-    places = list(_places(spec, _VARIANCES))
-    if not places:
-        return after
-    after = after.copy()
-    for where in places:
-        after[where] = np.maximum(after[where], _LEAST_KEPT * before[where])
-    return after
+    places = _places(spec, _VARIANCES)
+    least = ((where, _LEAST_KEPT * before[where]) for where in places)
+    return _with(after, [(where, np.maximum(after[where], values)) for where, values in least])
 
 
 def normalisations(spec: ModelSpec) -> Iterator[tuple[TensorSpec, TensorSpec | None]]:
@@ -69,6 +59,15 @@ def normalisations(spec: ModelSpec) -> Iterator[tuple[TensorSpec, TensorSpec | N
             mean = next(each for each, variance in _VARIANCE_OF.items() if variance == last)
             means = tensors.get(prefix + mean)
             yield tensor, means if means is not None and means.size == tensor.size else None
+
+
+def _with(values: Vector, parts: Sequence[tuple[slice, Vector]]) -> Vector:
+    """`values` with these parts; the very same without any."""
+    if parts:
+        values = values.copy()
+    for where, part in parts:
+        values[where] = part
+    return values
 
 
 def _places(spec: ModelSpec, names: frozenset[str]) -> Iterator[slice]:
