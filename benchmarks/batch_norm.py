@@ -121,10 +121,10 @@ def table(kept: list[dict[str, Any]]) -> Iterator[str]:
     """Markdown, of the tasks and seeds of which both recipes are there."""
     yield "| task | seed | FedAvg ends | default ends | above FedAvg | times fewer bytes up |"
     yield "|" + "---|" * 6
-    found = {(each["task"], each["seed"], each["recipe"]): each for each in kept}
+    runs = {(each["task"], each["seed"], each["recipe"]): each for each in kept}
     baseline, ours = RECIPES
-    for name, seed, recipe in found:
-        theirs, mine = found.get((name, seed, baseline)), found.get((name, seed, ours))
+    for name, seed, recipe in runs:
+        theirs, mine = runs.get((name, seed, baseline)), runs.get((name, seed, ours))
         if recipe == baseline and theirs is not None and mine is not None:
             yield (
                 f"| {name} | {seed} | {theirs['ends']:.1f} | {mine['ends']:.1f} | "

@@ -13,7 +13,7 @@ from fedpress_compression.values import flatness
 from fedpress_protocols.messages import UploadFigures
 
 _LARGEST_RATIO, _LARGEST_NORM = 1e9, 1e30
-"""What `UploadFigures` takes."""
+"""The bounds of `UploadFigures`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,6 @@ def _places(spec: ModelSpec, names: frozenset[str]) -> Iterator[slice]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """What a tensor's name has up to its last dot or slash, and behind it."""
+    """A tensor's name up to its last dot or slash, and the rest."""
     last = re.split(r"[./]", name)[-1]
     return name[: len(name) - len(last)], last

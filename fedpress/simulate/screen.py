@@ -142,8 +142,8 @@ class Screen:
 
 
 def _last_measured(history: History) -> str | None:
-    told = [row.measured for row in history.rows if row.measured is not None]
-    return told[-1] if told else None
+    measured = [row.measured for row in history.rows if row.measured is not None]
+    return measured[-1] if measured else None
 
 
 def print_summary(console: Console, histories: Sequence[History], out: Path) -> None:

@@ -651,8 +651,7 @@ class RoundStatus(Term):
     update_norm: float | None = None
     """The L2 norm of the aggregated update; left out before there is one."""
     strategy_figures: dict[str, float] = Field(default_factory=dict)
-    """What the strategy tells of the round, such as `clipped_share`; left out if it tells nothing.
-    """
+    """The strategy's own figures of the round, such as `clipped_share`; left out without any."""
     warnings: dict[DivergenceSign, str] = Field(default_factory=dict)
     """Why the round looks as if training diverges, by sign; left out if it does not."""
 

@@ -100,7 +100,7 @@ def _with_statistics(base: Model, target: Vector) -> Model:
         after[where] = _near(variances, before[where], due, due, np.ceil)
         if means is not None:
             there = base.spec.slices[means.name]
-            deviations = np.sqrt(after[where].astype(np.float64))
+            deviations = np.sqrt(np.maximum(after[where].astype(np.float64), 0.0))
             after[there] = _near(means, before[there], target[there], deviations, np.rint)
     return base if np.array_equal(after, before) else base.with_parameters(after)
 

@@ -195,7 +195,7 @@ def bodies_of(connection: Connection, task: str) -> Bodies:
 
 
 def said_uplink(attributes: Attributes) -> float | None:
-    """What a device says of its uplink, in bytes a second; None if it says nothing that can be."""
+    """The uplink that a device reports, in bytes a second; None without one, or of a wrong one."""
     value = attributes.get(UPLINK)
     return value * _MBIT if isinstance(value, float) and 0 < value < 1e9 else None
 

@@ -86,7 +86,7 @@ class GivePlace:
 
     client_id: str
     uplink: float | None
-    """What the client says of it, in bytes a second."""
+    """As the client reports it, in bytes a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,7 @@ class Candidates:
         return self._looks.get(client_id, 0) if client_id in self._seen else 0
 
     def uplink(self, client_id: str) -> float | None:
-        """What the device said of it with its last check-in, in bytes a second."""
+        """As the device reported it with its last check-in, in bytes a second."""
         return self._uplinks.get(client_id)
 
     def waiting(self, now: float) -> tuple[str, ...]:

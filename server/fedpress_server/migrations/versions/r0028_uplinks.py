@@ -1,4 +1,4 @@
-"""What a device that waits for a place says of its uplink, for the server that chooses."""
+"""The uplink that a device reports while it waits for a place, for the server that chooses."""
 
 import sqlalchemy as sa
 from alembic import op
